@@ -2,7 +2,7 @@
 mapped memory beside plain streaming copies on as many threads, or by transfer engines beside plain programs of them, in
 the same run. Variables such as UCX_TLS are in force for both.
 
-64 MiB at a time, in batches of at most 16 MiB and 256 objects as the storage loop makes them. The other server is a
+64 MiB at a time, in batches of at most 17 MiB and 256 objects as the storage loop makes them. The other server is a
 process with a real L1 and the listener of a server; here is the adapter under its layers.
 """
 
@@ -44,6 +44,7 @@ from lmcache.peers.identity import Identity
 from lmcache.peers.listener import PeerListener
 from lmcache.peers.transports.library import ENGINES, LibrarySettings, refuse_missing
 from lmcache.peers.transports.library_process import LibraryProcess
+from lmcache.peers.transports.shared_memory import copy_threads
 from lmcache.server import THREAD_SWITCH_SECONDS
 from lmcache.telemetry.metrics import Metrics
 from lmcache.tiering.prefetch import load_objects
@@ -190,7 +191,7 @@ class PlainCopies:
         self._source = _native.buffer_address(self._mapping) + 4096
         self._target = _native.buffer_address(memory)
         self._shape = shape
-        self._threads = ThreadPoolExecutor(CONNECTIONS)
+        self._threads = ThreadPoolExecutor(copy_threads())
 
     def run(self) -> None:
         list(self._threads.map(self._copy, self._shape.batches()))

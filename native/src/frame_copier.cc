@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <numeric>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -44,7 +43,8 @@ std::uint64_t FrameCopier::submit(std::shared_ptr<FrameCopyJob> job) {
     if (job->sources.size() != job->sizes.size())
         throw std::invalid_argument("there must be a source for each address");
     install_sigbus_handler();
-    const std::uint64_t total = std::accumulate(job->sizes.begin(), job->sizes.end(), std::uint64_t{1});
+    std::uint64_t total = 1;
+    for (const std::uint64_t size : job->sizes) total += std::min<std::uint64_t>(size, kPieceBytes);
     job->elements = job->sizes.size();
     job->piece = std::max<std::size_t>(1, kPieceBytes * job->elements / total);
     job->results.assign(job->elements, 0);

@@ -45,6 +45,10 @@ TEST_CASE(mapped_frames_are_copied_and_verified) {
     beyond->sources[3] = frames.source.size() - 4096;
     beyond->sources[4] = ~std::uint64_t{0};
     CHECK(copied(copier, beyond) == Results({1, 0, 0, 0, 0}));
+    const auto endless = job_of(frames, frames.source.data());
+    endless->sizes = {frames.sizes[0], ~std::uint64_t{0}, 1ULL << 63, (1ULL << 63) - frames.sizes[0],
+                      ~std::uint64_t{0}};
+    CHECK(copied(copier, endless) == Results({1, 0, 0, 0, 0}));
 }
 
 TEST_CASE(memory_that_was_cut_off_fails_its_frames) {

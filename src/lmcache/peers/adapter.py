@@ -84,7 +84,7 @@ class PeersAdapter(Adapter):
     async def open(self, inventory: Inventory) -> None:
         self._loop = asyncio.get_running_loop()
         self._threads = CallThreads("peer-load", limits.PEER_LOAD_THREADS)
-        self._mapped = MappedFrames() if self._config.maps_memory else None
+        self._mapped = _mapped_frames() if self._config.maps_memory else None
         self._context = PeerContext(
             self._introducer,
             self._threads,
@@ -367,6 +367,16 @@ class PeersAdapter(Adapter):
         assert not self._late, "Lookups at peers are under way"
         for peer in self._peers.values():
             peer.check_idle()
+
+
+def _mapped_frames() -> MappedFrames | None:
+    try:
+        return MappedFrames()
+    except OSError as error:
+        log.warning(
+            "The frames of peers on this host come over TCP: no threads could be started to copy them, %s", error
+        )
+        return None
 
 
 def _name(host: str, port: int) -> str:

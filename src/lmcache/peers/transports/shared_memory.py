@@ -6,6 +6,7 @@ or overwrites meanwhile is a frame that does not verify, never a hit.
 
 from __future__ import annotations
 
+import asyncio
 import mmap
 import os
 import re
@@ -17,8 +18,10 @@ from lmcache import _native
 from lmcache.core import limits
 from lmcache.core.key_batch import pack_keys
 from lmcache.core.outcome import LoadOutcome
+from lmcache.errors import AdapterError
 from lmcache.l2.background import until_done
 from lmcache.l2.completions import Completions, ranges, words
+from lmcache.l2.turns import Turns
 from lmcache.memory.header import HEADER_BYTES, Header
 from lmcache.peers.identity import Identity
 from lmcache.peers.transports.contract import Fetched, Transfer
@@ -27,17 +30,25 @@ from lmcache.peers.transports.contract import Fetched, Transfer
 _L1_FILE = re.compile(r"/dev/shm/[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
 
+def copy_threads() -> int:
+    """How many threads copy out of the memory of all peers."""
+    return min(limits.MAX_PEER_COPY_THREADS, len(os.sched_getaffinity(0)))
+
+
 class MappedFrames:
     """Copies out of what is mapped, on native threads, as futures of the loop that constructs it."""
 
     def __init__(self) -> None:
-        threads = min(limits.MAX_PEER_COPY_THREADS, len(os.sched_getaffinity(0)))
-        self._copier = _native.FrameCopier(threads)
+        """OSError where the system has no threads to give."""
+        self._copier = _native.FrameCopier(copy_threads())
         self._completions = Completions(self._copier, bytes)
+        self._is_closed = False
 
     async def copy(self, transfer: Transfer, mapping: mmap.mmap) -> bytes:
         """Fills the buffers from `slots` of the mapping. One byte a frame, 1: it is there, verified. Nothing is touched
-        any more when it returns, also when it is cancelled."""
+        any more when it returns, also when it is cancelled. AdapterError after `close`."""
+        if self._is_closed:
+            raise AdapterError("the adapter is closed")
         addresses, _ = ranges(transfer.buffers)
         job = self._copier.submit(
             *(addresses, words(transfer.sizes), *pack_keys(transfer.keys), words(transfer.slots)),
@@ -47,6 +58,7 @@ class MappedFrames:
 
     async def close(self) -> None:
         """Waits for everything submitted. Idempotent."""
+        self._is_closed = True
         await self._completions.close()
 
 
@@ -57,7 +69,7 @@ class SharedMemoryTransport:
         """Use `of`."""
         self._mapping = mapping
         self._frames = frames
-        self._is_closed = False
+        self._turns = Turns(limits.MAX_PEER_COPIES)
 
     @classmethod
     def of(cls, peer: Identity, frames: MappedFrames) -> SharedMemoryTransport | None:
@@ -83,13 +95,20 @@ class SharedMemoryTransport:
 
     async def fetch(self, transfer: Transfer) -> Fetched:
         failed = [LoadOutcome.FAILED] * len(transfer.keys)
-        if self._is_closed or not transfer.slots or not transfer.lease:
+        if not transfer.slots or not transfer.lease:
             return Fetched(failed)
         rooms = (buffer.nbytes for buffer in transfer.buffers)
         fitting = list(compress(range(len(transfer.keys)), map(le, transfer.sizes, rooms)))
         if not fitting:
             return Fetched(failed)
-        copied = await self._frames.copy(transfer.pick(fitting, transfer.seconds), self._mapping)
+        if not await self._turns.acquire(asyncio.get_running_loop().time() + transfer.seconds):
+            return Fetched(failed)
+        try:
+            copied = await self._frames.copy(transfer.pick(fitting, transfer.seconds), self._mapping)
+        except AdapterError as error:
+            return Fetched(failed, error)
+        finally:
+            self._turns.release()
         # What is not there any more is asked for over the network.
         outcomes = list(failed)
         for index in compress(fitting, copied):
@@ -98,4 +117,4 @@ class SharedMemoryTransport:
 
     def close(self) -> None:
         """The mapping goes with the last reference to it: a copy may be under way."""
-        self._is_closed = True
+        self._turns.end()
