@@ -190,15 +190,15 @@ class PlainCopies:
             self._mapping = mmap.mmap(file.fileno(), 0, mmap.MAP_SHARED, mmap.PROT_READ)
         self._source = _native.buffer_address(self._mapping) + 4096
         self._target = _native.buffer_address(memory)
-        self._shape = shape
+        self._share_bytes = shape.size_bytes // copy_threads()
         self._threads = ThreadPoolExecutor(copy_threads())
 
     def run(self) -> None:
-        list(self._threads.map(self._copy, self._shape.batches()))
+        list(self._threads.map(self._copy, range(copy_threads())))
 
-    def _copy(self, batch: range) -> None:
-        first, size_bytes = batch[0] * self._shape.frame_bytes, len(batch) * self._shape.frame_bytes
-        _native.copy_plain(self._target + first, self._source + first, size_bytes, "stream")
+    def _copy(self, number: int) -> None:
+        first = number * self._share_bytes
+        _native.copy_plain(self._target + first, self._source + first, self._share_bytes, "stream")
 
 
 class PlainRead:

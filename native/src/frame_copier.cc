@@ -32,7 +32,7 @@ bool copy_frame(const FrameCopyJob& job, std::size_t i) noexcept {
 
 }  // namespace
 
-FrameCopier::FrameCopier(unsigned threads) : queue_(kMaxIoJobs) {
+FrameCopier::FrameCopier(unsigned threads) : queue_(kMaxIoJobs, false, true) {
     if (threads == 0 || threads > kMaxThreads)
         throw std::invalid_argument("threads must be between 1 and " + std::to_string(kMaxThreads));
     queue_.start_threads(threads, "lmcache-frames", [this] { work(); });
@@ -46,6 +46,7 @@ std::uint64_t FrameCopier::submit(std::shared_ptr<FrameCopyJob> job) {
     std::uint64_t total = 1;
     for (const std::uint64_t size : job->sizes) total += std::min<std::uint64_t>(size, kPieceBytes);
     job->elements = job->sizes.size();
+    job->party = reinterpret_cast<std::uint64_t>(job->mapping);
     job->piece = std::max<std::size_t>(1, kPieceBytes * job->elements / total);
     job->results.assign(job->elements, 0);
     return queue_.submit(std::move(job));

@@ -97,6 +97,36 @@ TEST_CASE(idle_jobs_are_limited) {
     CHECK(taken == Queue::kMaxIdleJobs);
 }
 
+TEST_CASE(parties_take_turns_where_a_queue_has_them) {
+    Queue queue(16, false, true);
+    const auto submit = [&queue](std::uint64_t party, std::size_t elements, int name) {
+        const auto job = make_job(elements, Lane::kNormal, name);
+        job->party = party;
+        queue.submit(job);
+    };
+    submit(7, 3, 71);
+    submit(7, 1, 72);
+    submit(~0ULL, 1, 91);
+    submit(2, 2, 21);
+    std::vector<int> names;
+    for (int i = 0; i < 5; ++i) {
+        Queue::Piece piece;
+        CHECK(queue.take(piece));
+        names.push_back(piece.job->name);
+        queue.ended(*piece.job);
+        if (i == 1) submit(2, 1, 22);  // late, and its party has had its turn
+    }
+    CHECK((names == std::vector<int>{21, 71, 91, 21, 71}));
+    names.clear();
+    for (int i = 0; i < 3; ++i) {
+        Queue::Piece piece;
+        CHECK(queue.take(piece));
+        names.push_back(piece.job->name);
+        queue.ended(*piece.job);
+    }
+    CHECK((names == std::vector<int>{22, 71, 72}));
+}
+
 TEST_CASE(jobs_are_limited) {
     Queue queue(2);
     const auto first = queue.submit(make_job(0));

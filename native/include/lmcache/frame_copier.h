@@ -38,8 +38,9 @@ public:
     // Readable when drain() has something.
     int event_fd() const { return queue_.event_fd(); }
 
-    // The frames of a job are shared out among the threads. A frame that is not all inside the mapping is not copied.
-    // Throws std::invalid_argument after close(), and for arrays that do not fit each other.
+    // The frames of a job are shared out among the threads, which take them from one mapping after the other. A frame
+    // that is not all inside the mapping is not copied. Throws std::invalid_argument after close(), and for arrays that
+    // do not fit each other.
     std::uint64_t submit(std::shared_ptr<FrameCopyJob> job);
 
     std::vector<Completion> drain() { return queue_.drain(); }

@@ -44,6 +44,7 @@ struct Job {
     std::size_t elements = 0;
     std::size_t piece = 1;  // elements that a thread takes at a time
     Lane lane = Lane::kNormal;
+    std::uint64_t party = 0;  // whose job it is, for a queue that goes by turns
     Results results;  // what each element has is written by the thread that took it, and read when all have ended
 
 private:
@@ -72,8 +73,11 @@ public:
     static constexpr std::size_t kMaxIdleJobs = 1024;
 
     // `max_jobs`: running or not yet reported. `normal_is_polled`: jobs of Lane::kNormal are left to a thread that
-    // calls poll() when wake() is readable. Throws std::system_error.
-    explicit JobQueue(std::size_t max_jobs, bool normal_is_polled = false) : max_jobs_(max_jobs) {
+    // calls poll() when wake() is readable. `by_turns`: pieces are taken of one party after the other, of each from its
+    // oldest job, so that nobody waits for all that others have submitted; that takes time with the number of jobs.
+    // Throws std::system_error.
+    explicit JobQueue(std::size_t max_jobs, bool normal_is_polled = false, bool by_turns = false)
+        : max_jobs_(max_jobs), by_turns_(by_turns) {
         if (normal_is_polled) wake_.emplace();
     }
     JobQueue(const JobQueue&) = delete;
@@ -237,11 +241,22 @@ private:
 
     void take_from(Lane from, Piece& piece) LMCACHE_REQUIRES(mutex_) {
         auto& jobs = lane(from);
-        piece.job = jobs.front();
+        const auto taken = by_turns_ ? next_in_turn(jobs) : jobs.begin();
+        piece.job = *taken;
         J& job = *piece.job;
         piece.begin = job.next_;
         piece.end = job.next_ = std::min(job.next_ + job.piece, job.elements);
-        if (piece.end == job.elements) jobs.pop_front();
+        if (piece.end == job.elements) jobs.erase(taken);
+    }
+
+    auto next_in_turn(std::deque<std::shared_ptr<J>>& jobs) LMCACHE_REQUIRES(mutex_) {
+        // In a circle: the party that had the last turn is the furthest.
+        const auto distance = [last = last_party_](const std::shared_ptr<J>& job) { return job->party - last - 1; };
+        const auto next = std::min_element(jobs.begin(), jobs.end(), [&](const auto& left, const auto& right) {
+            return distance(left) < distance(right);
+        });
+        last_party_ = (*next)->party;
+        return next;
     }
 
     // Moves nodes of maps only, so that it cannot fail.
@@ -257,6 +272,7 @@ private:
     }
 
     const std::size_t max_jobs_;
+    const bool by_turns_;
     EventFd completed_;
     std::optional<EventFd> wake_;  // where Lane::kNormal is polled
 
@@ -266,6 +282,7 @@ private:
     std::map<std::uint64_t, Results> running_ LMCACHE_GUARDED_BY(mutex_);             // by number
     std::map<std::uint64_t, Results> completions_ LMCACHE_GUARDED_BY(mutex_);
     std::uint64_t last_number_ LMCACHE_GUARDED_BY(mutex_) = 0;
+    std::uint64_t last_party_ LMCACHE_GUARDED_BY(mutex_) = 0;  // that had a turn
     std::size_t normal_jobs_ LMCACHE_GUARDED_BY(mutex_) = 0;
     bool closing_ LMCACHE_GUARDED_BY(mutex_) = false;
 

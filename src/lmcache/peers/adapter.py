@@ -373,9 +373,7 @@ def _mapped_frames() -> MappedFrames | None:
     try:
         return MappedFrames()
     except OSError as error:
-        log.warning(
-            "The frames of peers on this host come over TCP: no threads could be started to copy them, %s", error
-        )
+        log.warning("Nothing copies out of the memory of peers on this host: their frames come over TCP (%s)", error)
         return None
 
 

@@ -1,4 +1,5 @@
-"""Copies out of the memory of a peer on the same host: they end when they say so, and keep nothing of another peer."""
+"""Copies out of the memory of a peer on the same host: they end when they say so, and keep nothing of another
+peer waiting."""
 
 from __future__ import annotations
 
@@ -80,10 +81,10 @@ def test_what_is_copied_ends_when_the_peer_and_the_adapter_are_left(tmp_path: Pa
         transport.close()
         await frames.close()
         ended = await asyncio.gather(*loads)
-        assert [fetched.outcomes[0] for fetched in ended] == [LoadOutcome.LOADED] * 2 + [LoadOutcome.FAILED] * 3
-        for fetched, memory in zip(ended[:2], memories[:2], strict=True):
+        for fetched, memory in zip(ended, memories, strict=True):
             assert fetched.outcomes == [LoadOutcome.LOADED] * OBJECTS
             assert all(memory.holds(slot, key) for slot, key in enumerate(KEYS))
+        assert (await transport.fetch(peer.transfer(peer.memory()))).outcomes == [LoadOutcome.FAILED] * OBJECTS
         late = await SharedMemoryTransport(peer.mapping, frames).fetch(peer.transfer(peer.memory()))
         assert late.outcomes == [LoadOutcome.FAILED] * OBJECTS and isinstance(late.fault, AdapterError)
 
@@ -92,15 +93,15 @@ def test_what_is_copied_ends_when_the_peer_and_the_adapter_are_left(tmp_path: Pa
 
 def test_loads_of_one_peer_keep_none_of_another_waiting(tmp_path: Path) -> None:
     async def test() -> None:
-        busy = PeerMemory(tmp_path / "busy", keys(4), payload_bytes=4 << 20)
+        busy = PeerMemory(tmp_path / "busy", keys(4), payload_bytes=1 << 20)
         other = PeerMemory(tmp_path / "other", keys(1))
         frames = MappedFrames()
         transport = SharedMemoryTransport(busy.mapping, frames)
-        loads = [asyncio.ensure_future(transport.fetch(busy.transfer(busy.memory()))) for _ in range(8)]
+        loads = [asyncio.ensure_future(transport.fetch(busy.transfer(busy.memory()))) for _ in range(32)]
         await asyncio.sleep(0)
         fetched = await SharedMemoryTransport(other.mapping, frames).fetch(other.transfer(other.memory()))
         assert fetched.outcomes == [LoadOutcome.LOADED]
-        assert sum(load.done() for load in loads) < len(loads) - 1
+        assert sum(load.done() for load in loads) < len(loads) // 2
         await asyncio.gather(*loads)
         await frames.close()
 
@@ -116,6 +117,6 @@ def test_without_threads_to_copy_frames_come_over_tcp(monkeypatch: pytest.Monkey
         with holding(KEYS[:8]) as (holder,):
             async with reading([holder.address], maps_memory=True) as reader:
                 await reader.gets(KEYS[:8])
-                assert reader.peer(holder.address)["transport"] == "tcp"
+                assert reader.sample("p2p_received_bytes_total", transport="tcp") >= 8 * 16384
 
     run(test)

@@ -6,7 +6,6 @@ or overwrites meanwhile is a frame that does not verify, never a hit.
 
 from __future__ import annotations
 
-import asyncio
 import mmap
 import os
 import re
@@ -21,7 +20,6 @@ from lmcache.core.outcome import LoadOutcome
 from lmcache.errors import AdapterError
 from lmcache.l2.background import until_done
 from lmcache.l2.completions import Completions, ranges, words
-from lmcache.l2.turns import Turns
 from lmcache.memory.header import HEADER_BYTES, Header
 from lmcache.peers.identity import Identity
 from lmcache.peers.transports.contract import Fetched, Transfer
@@ -39,7 +37,7 @@ class MappedFrames:
     """Copies out of what is mapped, on native threads, as futures of the loop that constructs it."""
 
     def __init__(self) -> None:
-        """OSError where the system has no threads to give."""
+        """OSError where the system has no threads or descriptors to give."""
         self._copier = _native.FrameCopier(copy_threads())
         self._completions = Completions(self._copier, bytes)
         self._is_closed = False
@@ -69,7 +67,7 @@ class SharedMemoryTransport:
         """Use `of`."""
         self._mapping = mapping
         self._frames = frames
-        self._turns = Turns(limits.MAX_PEER_COPIES)
+        self._is_closed = False
 
     @classmethod
     def of(cls, peer: Identity, frames: MappedFrames) -> SharedMemoryTransport | None:
@@ -95,20 +93,16 @@ class SharedMemoryTransport:
 
     async def fetch(self, transfer: Transfer) -> Fetched:
         failed = [LoadOutcome.FAILED] * len(transfer.keys)
-        if not transfer.slots or not transfer.lease:
+        if self._is_closed or not transfer.slots or not transfer.lease:
             return Fetched(failed)
         rooms = (buffer.nbytes for buffer in transfer.buffers)
         fitting = list(compress(range(len(transfer.keys)), map(le, transfer.sizes, rooms)))
         if not fitting:
             return Fetched(failed)
-        if not await self._turns.acquire(asyncio.get_running_loop().time() + transfer.seconds):
-            return Fetched(failed)
         try:
             copied = await self._frames.copy(transfer.pick(fitting, transfer.seconds), self._mapping)
         except AdapterError as error:
             return Fetched(failed, error)
-        finally:
-            self._turns.release()
         # What is not there any more is asked for over the network.
         outcomes = list(failed)
         for index in compress(fitting, copied):
@@ -117,4 +111,4 @@ class SharedMemoryTransport:
 
     def close(self) -> None:
         """The mapping goes with the last reference to it: a copy may be under way."""
-        self._turns.end()
+        self._is_closed = True
