@@ -353,9 +353,8 @@ class Peer:
             fetched = await transport.fetch(asked)
             self._count(transport, asked, fetched)
             if fetched.outcomes.count(LoadOutcome.LOADED) == len(outcomes):
-                self._load_breaker.succeeded()
-                self._measure(transfer.room_bytes, clock.monotonic() - started)
-                return list(fetched.outcomes)
+                outcomes = list(fetched.outcomes)
+                break
             for index, outcome in zip(left, fetched.outcomes, strict=True):
                 outcomes[index] = LoadOutcome.FAILED if outcome is LoadOutcome.CORRUPT else outcome
             left = [index for index in left if outcomes[index] is LoadOutcome.FAILED]
