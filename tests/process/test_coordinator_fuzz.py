@@ -11,6 +11,7 @@ import pytest
 import schemathesis
 from hypothesis import strategies as st
 from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
 
 from lmcache.testing.processes import CacheServer, CoordinatorProcess
 from polling import until
@@ -19,6 +20,7 @@ from process.test_http_fuzz import ANSWER_SECONDS, CHECKS, each
 from seeds import SEED
 
 EXAMPLES = int(os.environ.get("TEST_HTTP_EXAMPLES", "3"))  # an operation
+NO_SERVER = "nothing answers at http"
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +46,8 @@ def test_requests_from_the_openapi_document(coordinator: CoordinatorProcess) -> 
 
     def ask(case: schemathesis.Case[Any]) -> None:
         answer = case.call(base_url=coordinator.url, timeout=ANSWER_SECONDS)
-        case.validate_response(answer, checks=CHECKS)
+        made_up = answer.status_code == 503 and NO_SERVER in answer.text  # a server that a request before registered
+        case.validate_response(answer, checks=CHECKS, excluded_checks=[not_a_server_error] if made_up else [])
 
     for operation in operations:
         wrong = operation.as_strategy(generation_mode=GenerationMode("negative"))
