@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 
-from lmcache.testing.processes import CacheServer, CoordinatorProcess
+from lmcache.testing.processes import LOOPBACK, CacheServer, CoordinatorProcess
 from polling import until
 from process.support import SmallEngine
 from process.test_http_fuzz import ANSWER_SECONDS, CHECKS, each
@@ -21,6 +21,7 @@ from seeds import SEED
 
 EXAMPLES = int(os.environ.get("TEST_HTTP_EXAMPLES", "3"))  # an operation
 NO_SERVER = "nothing answers at http"
+REAL_SERVER = f"http://{LOOPBACK}:"
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,8 @@ def test_requests_from_the_openapi_document(coordinator: CoordinatorProcess) -> 
 
     def ask(case: schemathesis.Case[Any]) -> None:
         answer = case.call(base_url=coordinator.url, timeout=ANSWER_SECONDS)
-        made_up = answer.status_code == 503 and NO_SERVER in answer.text  # a server that a request before registered
+        # A server that an earlier request registered at a made-up address may be what is asked.
+        made_up = answer.status_code == 503 and NO_SERVER in answer.text and REAL_SERVER not in answer.text
         case.validate_response(answer, checks=CHECKS, excluded_checks=[not_a_server_error] if made_up else [])
 
     for operation in operations:
